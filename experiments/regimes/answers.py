@@ -27,6 +27,8 @@ SIGNALS = ("agreement", "late_agreement", "cosine", "late_cosine", "shrunk", "si
 PAYS, NEAR, NO_HELP = 1.1, 1.1, 1.05
 FAR = 100.0
 """A cost of doubling beyond this, a divergence too, is drawn here."""
+INNER = {"sgd": "SGD", "momentum": "SGD with momentum", "adamw": "AdamW", "muon": "Muon"}
+TITLE = "The cost of a larger inner rate does not tell where outer momentum pays"
 
 
 def places(table: Frame) -> Frame:
@@ -100,28 +102,46 @@ def answers(table: Frame) -> dict[str, Frame]:
     }
 
 
+def described(table: Frame) -> Frame:
+    """Return shares and medians by inner optimizer and replicas: chosen after looking, a description alone."""
+    found = places(table).reset_index()
+    groups = found.groupby(["inner", "replicas"])
+    columns = {
+        "momentum": "momentum",
+        "with K tuned": "momentum, K tuned",
+        "usual": "usual",
+        "usual, K = 3": "usual, K = 3",
+    }
+    medians = groups[[*columns.values()]].median().set_axis([*columns], axis=1)
+    return pd.concat([groups["pays"].agg(workloads="count", pays="sum"), medians], axis=1).reset_index()
+
+
 def report(table: Frame) -> None:
     """Print all answers."""
-    for name, rows in answers(table).items():
+    for name, rows in (answers(table) | {"by inner optimizer and replicas": described(table)}).items():
         print(name)
         show(rows)
 
 
 def draw(table: Frame) -> Mapping[str, Figure]:
     """Draw the gain of momentum over the cost of doubling, a dot a workload, restarts beside it."""
-    found = places(table)
-    figure, grid = style.new_figure(3.2, 1, 2, sharex=True, sharey=True)
-    x = found["doubled"].clip(upper=FAR)
-    for axes, (method, label) in zip(
-        grid[0], {"momentum": "tuned momentum", "usual, K tuned": "DiLoCo's usual, K tuned"}.items(), strict=True
-    ):
-        for half, marker in ((True, "o"), (False, "s")):
-            rows = found["choosing"] == half
-            axes.plot(x[rows], found[method][rows], marker, color=style.INK, fillstyle="full" if half else "none")
-        axes.axhline(1, color=style.MUTED, linewidth=0.8)
-        axes.set(xscale="log", yscale="log", title=label, xlabel="cost of doubling the inner rate")
+    found = places(table).reset_index()
+    figure, grid = style.new_figure(3.4, 1, 2, sharex=True, sharey=True)
+    methods = {"momentum": "tuned momentum", "usual, K tuned": "DiLoCo's rule, restarted (K tuned)"}
+    for axes, (method, label) in zip(grid[0], methods.items(), strict=True):
+        for number, (inner, name) in enumerate(INNER.items()):
+            for replicas, fill in ((2, "none"), (8, "full")):
+                rows = found[(found["inner"] == inner) & (found["replicas"] == replicas)]
+                look = style.look(number, every=1) | {"linestyle": "none", "fillstyle": fill, "markersize": 4}
+                axes.plot(rows["doubled"].clip(upper=FAR), rows[method], label=name if replicas == 8 else None, **look)
+        axes.axhline(1, color=style.MUTED, linewidth=0.8, zorder=0)
+        axes.set(xscale="log", yscale="log", title=label, xlabel="cost of doubling averaging's inner rate")
+        axes.set_xticks([1, 10, FAR], ["1", "10", "diverges"])
+        axes.set_yticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
+        axes.minorticks_off()
     grid[0][0].set_ylabel("times better than averaging")
-    style.headline(figure, "Outer momentum pays where a larger inner rate would not", "filled: tasks that chose")
+    style.share_legend(figure, [grid[0][0]], columns=4)
+    style.headline(figure, TITLE, "a dot a workload; filled: eight replicas, hollow: two")
     return {"": figure}
 
 

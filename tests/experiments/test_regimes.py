@@ -1,21 +1,56 @@
-"""The linear theory and the task that it describes."""
+"""The answers of the study of regimes, on tables with a known answer."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
 
 from modules import load
-from twophase.rule import OuterRule
+
+ROOT = Path(__file__).parents[2] / "experiments" / "regimes"
+METHODS = [
+    f"{name}{k}" for name in ("usual", "heavy ball", "nesterov") for k in ("", ", K = 3", ", K = 7", ", K tuned")
+]
+METHODS += [
+    "usual, K of the theory",
+    "heavy ball, K of the theory",
+    "nesterov, K of the theory",
+    "rising",
+    "auto",
+    "filter",
+]
 
 
-def test_gain_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By factors at the cap of the inner rate, nothing where noise limits it: within a quarter of what is measured."""
-    linear = load(Path(__file__).parents[2] / "experiments" / "regimes" / "linear.py")
-    monkeypatch.setattr(linear, "RULES", (OuterRule(1.0, 0.0), OuterRule(0.3, 0.3), OuterRule(1.0, 0.9, nesterov=True)))
-    monkeypatch.setattr(linear, "RATES", [0.8 / 2**k for k in range(6)])
-    for noise, at_cap in ((0.03, True), (3.0, False)):
-        found = linear.gains(linear.WORK, noise)
-        assert found["gain, measured"] == pytest.approx(found["gain, predicted"], rel=0.25)
-        assert (found["gain, measured"] > 2) == at_cap == (found["measured"] == 1)
+def table(answers: Any, *, flipped: bool) -> pd.DataFrame:
+    """Momentum doubles averaging where doubling the inner rate costs more than 1.5; on the judging half, or not."""
+    rows = []
+    for task in ("rings", "linear", "digits", "deep"):
+        for number in range(6):
+            pays = (number >= 3) != (flipped and task in ("digits", "deep"))
+            place = dict.fromkeys(answers.PLACE, 1) | {"task": task, "batch": number, "decided": number < 5}
+            signals = dict.fromkeys(answers.SIGNALS, 0.5) | {"sigma": 0.1 * pays}
+            for method in METHODS:
+                gain = 2.0 if pays and method.startswith(("heavy", "nest", "usual, K")) else 1.0
+                row = {"method": method, "doubled": 1.0 + 0.2 * number, "gain": gain, "tuned": 1 / gain}
+                rows.append(place | signals | row | {"word": "better" if gain > 1 else "undecided"})
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_answers(monkeypatch: pytest.MonkeyPatch, flipped: bool) -> None:
+    """H1 fails where the judging half goes the other way; undecided workloads count in none."""
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.delitem(sys.modules, "run", raising=False)
+    answers = load(ROOT / "answers.py")
+    monkeypatch.delitem(sys.modules, "run")
+    found = answers.answers(table(answers, flipped=flipped))
+    said = found["hypotheses"].set_index("hypothesis")
+    assert said["holds"].to_dict() == {"H1": not flipped, "H2": True, "H3a": True, "H3b": True, "H4": True}
+    assert said["share"]["H1"] == (0 if flipped else 1)
+    assert said["of"].to_dict() == {"H1": 10, "H2": 10} | dict.fromkeys(("H3a", "H3b"), 10 if flipped else 8) | {
+        "H4": 10 if flipped else 12
+    }
