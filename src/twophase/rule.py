@@ -85,9 +85,10 @@ class OuterRule:
     @property
     def weights(self) -> tuple[float, float]:
         """A and B of the update `A g + B m`, with the m before g is mixed in."""
+        injection = 1.0 if self.form == "sum" else 1 - self.momentum
         if self.nesterov:
-            return self.lr * (1 + self.momentum) * self.injection, self.lr * self.momentum * self.momentum
-        return self.lr * self.injection, self.lr * self.momentum
+            return self.lr * (1 + self.momentum) * injection, self.lr * self.momentum * self.momentum
+        return self.lr * injection, self.lr * self.momentum
 
     def describe(self) -> str:
         """Return one line for people: kind, numbers and form, for example `Nesterov lr 0.7 momentum 0.9 (sum form)`."""

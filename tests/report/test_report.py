@@ -262,7 +262,7 @@ def test_the_policy_holds_and_a_watched_page_loads_again(browser: Browser, tmp_p
     (tmp_path / "page.html").write_text(page_of(folder, refresh=1))
     page, newest = (
         browser.new_page(),
-        page_of(folder, refresh=1).replace("<main>", "<main><script>document.title=1</script>"),
+        page_of(folder, refresh=3).replace("<main>", "<main><script>document.title=1</script>"),
     )
     refused: list[str] = []
     page.on("console", lambda message: refused.append(message.text))
@@ -273,6 +273,6 @@ def test_the_policy_holds_and_a_watched_page_loads_again(browser: Browser, tmp_p
     assert page.title() == "a run"
     assert any("Content Security Policy" in text for text in refused)
     (tmp_path / "page.html").write_text(page_of(folder))
-    page.wait_for_timeout(1_500)
+    page.wait_for_timeout(4_000)
     assert page.locator("main > script").count() == 1
     page.close()

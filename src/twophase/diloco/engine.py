@@ -245,7 +245,8 @@ class DiLoCo:
         return [f for f in self.fragments if f.offset == self.inner_step + 1]
 
     def _launch(self, fragments: Sequence[Fragment]) -> None:
-        state.tell_loads(self)
+        if self._loads.weights is not None:
+            state.tell_loads(self)
         if fragments:
             reshard(self.replicas)
         for fragment in fragments:

@@ -190,11 +190,9 @@ class Fragment:
         if self.age is not None:
             self.age += 1
 
-    def shares(self, group: SingleProcess) -> list[float] | None:
+    def shares(self, group: SingleProcess, weights: list[float]) -> list[float] | None:
         """Return by how much each replica of this process counts in the round, 1 on average; None is all alike."""
-        if self.weights is None:
-            return None
-        own = group.sum_over_shards(self.weights)  # which may each have a part of a replica's batch
+        own = group.sum_over_shards(weights)  # which may each have a part of a replica's batch
         of_all = [weight for row in group.gather_json(own) for weight in row]
         mean = math.fsum(of_all) / len(of_all)
         return None if min(of_all) == max(of_all) else [weight / mean for weight in own]
@@ -206,7 +204,7 @@ class Fragment:
         Differences are summed, not parameters, whose sum would round away the low bits of a small difference. With the
         same order, difference first, then sum, two replicas in one process have the bits of two processes.
         """
-        self.seconds, shares = {}, self.shares(group)
+        self.seconds, shares = {}, self.weights and self.shares(group, self.weights)
         with self.phase("pseudo_gradient"):
             for gap in self._gaps:  # the room may hold another fragment's values there
                 gap.zero_()
@@ -227,7 +225,7 @@ class Fragment:
         with self.phase("reduce"):
             if self.compression:
                 self._sum = self.compression.all_reduce(self.gradient, group)  # type: ignore[arg-type]
-            else:
+            elif group.size > 1:
                 self._sum = group.all_reduce(self.gradient)
             self.bytes_sent = next(self._sum, 0)
         self.halfway = self.compression is not None and group.size > 1

@@ -52,7 +52,8 @@ def note_loads(engine: DiLoCo) -> None:
     modules = {module for replica in engine.replicas for module in replica.modules()}
     handles = [module.register_load_state_dict_pre_hook(_before_load) for module in modules]
     handles += [module.register_load_state_dict_post_hook(_after_load) for module in modules]
-    weakref.finalize(engine, lambda: [handle.remove() for handle in handles])
+    for handle in handles:
+        weakref.finalize(engine, handle.remove)
 
 
 def _loaded(module: nn.Module) -> DiLoCo | None:
@@ -92,10 +93,8 @@ def _compare(engine: DiLoCo) -> None:
 
 def tell_loads(engine: DiLoCo) -> None:
     """Warn of what was loaded since the last step."""
-    loads = engine._loads
-    if loads.weights is not None:
-        engine._watch._warn([loads.finding] * bool(loads.finding) + [OWING] * loads.owes)
-        engine._loads = Loads()
+    loads, engine._loads = engine._loads, Loads()
+    engine._watch._warn([loads.finding] * bool(loads.finding) + [OWING] * loads.owes)
 
 
 def weights(engine: DiLoCo) -> list[str]:

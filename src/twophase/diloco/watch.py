@@ -54,7 +54,13 @@ class Watch:
         self._hook = register_optimizer_step_post_hook(partial(_note, ref(engine)))
         finalize(self, self._hook.remove)
         self._trains = False
-        self._warn([*unjoined(engine.group), *_of_rules(engine)])
+        groups = [group for f in engine.fragments for group in f.outer.param_groups if "form" in group]
+        ignored = [
+            f"restart {group['restart']} takes the steps itself, and {rule_of(group).describe()} is ignored"
+            for group in groups
+            if parse(group["restart"]).takes_steps and (group["lr"], group["momentum"]) != (1, 0)
+        ]
+        self._warn([*unjoined(engine.group), *ignored])
 
     def before_sync(self, engine: DiLoCo) -> None:
         """Compare parameters and optimizers, before the first sync also buffers and what the replicas have learned."""
@@ -123,13 +129,6 @@ def _note(engine: ReferenceType[DiLoCo], optimizer: Optimizer, *_: Any) -> None:
     """Note a step of any of torch's optimizers but the outer ones."""
     if not torch.compiler.is_compiling() and (alive := engine()) and not alive._closed:
         alive._watch._steps.setdefault(optimizer, []).append(alive.taken)
-
-
-def _of_rules(engine: DiLoCo) -> Iterator[str]:
-    """Yield a sentence on a rule of which nothing enters."""
-    for group in (group for fragment in engine.fragments for group in fragment.outer.param_groups):
-        if "form" in group and parse(group["restart"]).takes_steps and (group["lr"], group["momentum"]) != (1, 0):
-            yield f"restart {group['restart']} takes the steps itself, and {rule_of(group).describe()} is ignored"
 
 
 def _unsent(engine: DiLoCo, module: nn.Module) -> dict[str, str]:
