@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import pairwise, product
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
 from torch.func import vmap
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, pad
 
 from common import AVERAGING
 from twophase.optim.orthogonal import orthogonal, orthogonalized
@@ -25,11 +25,11 @@ from twophase.rule import OuterRule
 SIZES = {"rings": (2, 16, 16, 3), "spirals": (2, 16, 16, 3), "teacher": (8, 16, 16, 1), "linear": (32, 1)}
 SIZES |= {"modular": (22, 16, 16, 11), "clear rings": (2, 16, 16, 3), "digits": (64, 32, 10), "deep": (2, *[16] * 8, 1)}
 """Widths of the layers of each task's network, which has tanh between them."""
-SPREAD = {"rings": 0.4, "spirals": 0.2, "clear rings": 0.1}
-CHANNELS = (1, 8, 16)
-"""Of the convolutions of 3 x 3 at every second place in the network of the task `conv`."""
-HELD_OUT, AT_ONCE = 2048, 8064
-"""Points to evaluate on, and points of all settings of a batch, which fit into a cache."""
+SPREAD, NOISE = {"rings": 0.4, "spirals": 0.2, "clear rings": 0.1}, 0.1
+"""Standard deviations: of the points of each class about their ring or arm, and of the noise of values."""
+CHANNELS = (1, 8, 16)  # of the convolutions of 3 x 3 at every second place in the network of the task `conv`
+HELD_OUT = 2048  # points to evaluate on
+AT_ONCE = 8064  # points of all settings of a batch, which fit into a cache
 
 
 class Cell(NamedTuple):
@@ -54,17 +54,14 @@ class Workload(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of a cell: held-out loss, that beyond the least possible one, and the path of its pseudo-gradients.
+    """Result of a cell. `path` is that of its pseudo-gradients, (rounds, 4).
 
-    `path` is (rounds, 4): squared norm, inner products with the last and the last but one, agreement of the replicas.
+    These are: squared norm, inner products with the last and the last but one, agreement of the replicas.
     """
 
-    loss: float
-    excess: float
+    loss: float  # held out
+    excess: float  # beyond the least possible loss, at least 1e-12, which float32 does not tell from 0
     path: list[list[float]]
-
-
-# ------------------------------------------------------------------------------------------------------------- tasks
 
 
 @cache
@@ -72,18 +69,16 @@ def images() -> tuple[Tensor, Tensor]:
     """Return scikit-learn's 1,797 digits in [0, 1], and their labels; every fifth is held out."""
     from sklearn.datasets import load_digits  # noqa: PLC0415 - for two tasks of ten
 
-    data: Any = load_digits()
-    return torch.from_numpy(data.data).float() / 16, torch.from_numpy(data.target)
+    x, label = map(torch.from_numpy, load_digits(return_X_y=True))
+    return x.float() / 16, label
 
 
 def points(task: str, shape: tuple[int, ...], seed: int, random: Generator, *, held_out: bool = False) -> list[Tensor]:
     """Draw inputs (*shape, width), the targets to train on, and those without label noise."""
     if task in ("digits", "conv"):
-        x, label = images()
-        mine = (torch.arange(len(x)) % 5 == 0) == held_out
-        x, label = x[mine], label[mine]
-        drawn = torch.randint(len(x), shape, generator=random)
-        return [x[drawn], label[drawn], label[drawn]]
+        x, label = (part[(torch.arange(len(part)) % 5 == 0) == held_out] for part in images())
+        which = torch.randint(len(x), shape, generator=random)
+        return [x[which], label[which], label[which]]
     if task == "modular":
         a, b, other = torch.randint(11, (3, *shape), generator=random)
         clean, wrong = (a + b) % 11, torch.rand(shape, generator=random) < 0.2
@@ -91,13 +86,13 @@ def points(task: str, shape: tuple[int, ...], seed: int, random: Generator, *, h
     x = torch.randn(*shape, SIZES[task][0], generator=random)
     if task == "deep":
         clean = (2 * x[..., 0]).sin() * x[..., 1].cos()
-        return [x, clean + 0.1 * torch.randn(shape, generator=random), clean]
+        return [x, clean + NOISE * torch.randn(shape, generator=random), clean]
     if task in ("teacher", "linear"):
         truth = Generator().manual_seed(3 * seed)
         if task == "linear":  # a covariance of condition 1,000, whose axes are no coordinates
             x = x * torch.logspace(0, -1.5, 32) @ torch.linalg.qr(torch.randn(32, 32, generator=truth))[0]
         clean = 2 * network(initial(task, truth), task, x)[..., 0, :]
-        return [x, clean + 0.1 * torch.randn(shape, generator=random), clean]
+        return [x, clean + NOISE * torch.randn(shape, generator=random), clean]
     label, turn = torch.randint(3, shape, generator=random), torch.rand(shape, generator=random)
     return [centre(task, label, turn) + SPREAD[task] * x, label, label]
 
@@ -110,11 +105,9 @@ def centre(task: str, label: Tensor, turn: Tensor) -> Tensor:
     return radius[..., None] * torch.stack((angle.cos(), angle.sin()), -1)
 
 
-def drawn(
-    task: str, shape: tuple[int, ...], seeds: Sequence[int], random: list[Generator], *, held_out: bool = False
-) -> list[Tensor]:
+def drawn(task: str, shape: tuple[int, ...], random: dict[int, Generator], *, held_out: bool = False) -> list[Tensor]:
     """Return the points of several seeds, (seeds, *shape, ...)."""
-    of_seeds = [points(task, shape, seed, each, held_out=held_out) for seed, each in zip(seeds, random, strict=True)]
+    of_seeds = [points(task, shape, seed, each, held_out=held_out) for seed, each in random.items()]
     return [torch.stack(part) for part in zip(*of_seeds, strict=True)]
 
 
@@ -126,12 +119,8 @@ def truth(task: str, x: Tensor, clean: Tensor) -> Tensor:
         label, turn = torch.arange(3)[:, None], (torch.arange(256) + 0.5) / 256
         far = (x[..., None, None, :] - centre(task, label, turn[None])).square().sum(-1) / (2 * SPREAD[task] ** 2)
         return (-far).logsumexp(-1).softmax(-1).mT
-    if task == "modular":
-        return 0.8 * one_hot(clean, 11).float().mT + 0.2 / 11
-    return one_hot(clean, 10).float().mT
-
-
-# ---------------------------------------------------------------------------------------------------------- networks
+    right, labels = (0.8, 11) if task == "modular" else (1.0, 10)
+    return right * one_hot(clean, labels).float().mT + (1 - right) / labels
 
 
 def shapes(task: str) -> list[tuple[int, ...]]:
@@ -168,8 +157,7 @@ def network(flat: Tensor, task: str, x: Tensor) -> Tensor:
     x = x.mT
     for number, (matrix, shift) in enumerate(zip(hidden[::2], hidden[1::2], strict=True)):
         if task == "conv":
-            padded = torch.cat((x, torch.zeros_like(x[..., :1, :])), -2)
-            of_patches = padded[..., patches(8 >> number, CHANNELS[number]), :]
+            of_patches = pad(x, (0, 0, 0, 1))[..., patches(8 >> number, CHANNELS[number]), :]
             x = (matrix[..., None, :, :] @ of_patches + shift[..., None, :, None]).tanh().flatten(-3, -2)
         else:
             x = (matrix @ x + shift[..., None]).tanh()
@@ -189,9 +177,6 @@ def excess(out: Tensor, true: Tensor) -> Tensor:
     if out.shape[-2] == 1:
         return (out - true)[..., 0, :].square().mean(-1)
     return (torch.xlogy(true, true) - true * out.log_softmax(-2)).sum(-2).mean(-1)
-
-
-# ---------------------------------------------------------------------------------------------------------- training
 
 
 def filtered(g: Tensor, task: str) -> Tensor:
@@ -225,10 +210,8 @@ def outer_step(cells: Sequence[Cell], rounds: int, g: Tensor, buffer: Tensor, no
     """
     at = len(norms)
     if cells[0].kind == "auto":
-        largest = norms[(1 << max(at.bit_length() - 2, 0)) - 1 :].amax(0)  # of at least half of the rounds
-        along = torch.where(
-            norms[-1] < largest, (1 - norms[-1] / largest) * norms[-1] / buffer.norm(dim=-1)[..., None], 0
-        )
+        now, largest = norms[-1], norms[(1 << max(at.bit_length() - 2, 0)) - 1 :].amax(0)  # of at least half the rounds
+        along = torch.where(now < largest, (1 - now / largest) * now / buffer.norm(dim=-1, keepdim=True), 0)
         return buffer.copy_(g + along * buffer)
     rules = [Schedule("linear", 2.0).at(c.rule, at, rounds) if c.kind == "rising" else c.rule for c in cells]
     numbers = [(rule.lr, rule.momentum, rule.injection, rule.nesterov) for rule in rules]
@@ -247,55 +230,43 @@ def rate(schedule: str, share: float) -> float:
 def run(work: Workload, seeds: Sequence[int], cells: Sequence[Cell]) -> list[list[Outcome]]:
     """Train cells of one kind and inner optimizer; return what each reached by seed, infinite if it diverged."""
     task, inner, rounds = work.task, cells[0].inner, work.steps // work.inner_steps
-    random = [Generator().manual_seed(3 * seed + 1) for seed in seeds]
-    anchor = torch.stack([initial(task, each) for each in random])[:, None].repeat(1, len(cells), 1)
-    inputs, targets, _ = drawn(task, (work.steps, work.replicas, work.batch), seeds, random)
-    lr = torch.tensor([cell.lr for cell in cells])[:, None, None]
+    random = {seed: Generator().manual_seed(3 * seed + 1) for seed in seeds}
+    anchor = torch.stack([initial(task, each) for each in random.values()])[:, None].repeat(1, len(cells), 1)
+    inputs, targets, _ = drawn(task, (work.steps, work.replicas, work.batch), random)
+    lr, decay = torch.tensor([cell.lr for cell in cells])[:, None, None], 0.01 * (inner in ("adamw", "muon"))
     x, buffer = anchor[:, :, None].repeat(1, 1, work.replicas, 1), torch.zeros_like(anchor)
     state, before, path = [torch.zeros_like(x) for _ in range(3)], [torch.zeros_like(anchor)] * 2, []
     for step in range(rounds * work.inner_steps):
         x.requires_grad_()
         out = network(x, task, inputs[:, None, step])
         (g,) = torch.autograd.grad(losses(out, targets[:, None, step]).sum(), x)
-        now = lr * rate(work.schedule, step / work.steps)
-        x = x.detach()
-        x.mul_(1 - (0.01 * now if inner in ("adamw", "muon") else 0)).sub_(
-            inner_move(inner, task, g, state, step) * now
-        )
+        x, now = x.detach(), lr * rate(work.schedule, step / work.steps)
+        x.mul_(1 - decay * now).sub_(inner_move(inner, task, g, state, step) * now)
         if (step + 1) % work.inner_steps == 0:
-            moved = anchor[:, :, None] - x
-            g, alone = anchor - x.mean(-2), moved.square().sum((-1, -2)) / work.replicas
+            g, alone = anchor - x.mean(-2), (anchor[:, :, None] - x).square().sum((-1, -2)) / work.replicas
             square = g.square().sum(-1)
             agreement = (work.replicas * square / alone - 1) / (work.replicas - 1)
             path.append(torch.stack([square, *((g * old).sum(-1) for old in before), agreement], -1))
             before = [g, before[0]]
             if cells[0].kind == "filter":
                 g = vmap(vmap(lambda g: filtered(g, task)))(g)
-            norms = torch.stack(path)[..., :1].sqrt()
-            anchor -= outer_step(cells, rounds, g, buffer, norms)
+            anchor -= outer_step(cells, rounds, g, buffer, torch.stack(path)[..., :1].sqrt())
             x.copy_(anchor[:, :, None].expand_as(x))
-    random = [Generator().manual_seed(3 * seed + 2) for seed in seeds]
-    inputs, _, targets = drawn(task, (HELD_OUT,), seeds, random, held_out=True)
+    random = {seed: Generator().manual_seed(3 * seed + 2) for seed in seeds}
+    inputs, _, targets = drawn(task, (HELD_OUT,), random, held_out=True)
     true, outs = truth(task, inputs, targets), (network(anchor[:, c], task, inputs) for c in range(len(cells)))
-    found = [(losses(out, targets), excess(out, true)) for out in outs]
-    numbers = torch.tensor([[each.tolist() for each in pair] for pair in found]).nan_to_num(math.inf, math.inf)
-    paths, (loss, beyond) = torch.stack(path, 2).tolist(), numbers.unbind(1)
-    return [
-        [Outcome(float(loss[c, s]), float(beyond[c, s]), paths[s][c]) for c in range(len(cells))]
-        for s in range(len(seeds))
-    ]
+    found = torch.stack([torch.stack([losses(out, targets), excess(out, true).clamp(1e-12)], -1) for out in outs], 1)
+    reached, paths = found.nan_to_num(math.inf, math.inf).tolist(), torch.stack(path, 2).tolist()
+    return [[Outcome(*each, of) for each, of in zip(a, b, strict=True)] for a, b in zip(reached, paths, strict=True)]
 
 
 def train(work: Workload, seeds: Sequence[int], cells: set[Cell]) -> dict[Cell, dict[int, Outcome]]:
     """Train all cells on all seeds; return what they reached by seed."""
-    found: dict[Cell, dict[int, Outcome]] = {cell: {} for cell in cells}
+    found: dict[Cell, dict[int, Outcome]] = {}
     at_once = max(AT_ONCE // (len(seeds) * work.replicas * work.batch), 1)
-    for kind in dict.fromkeys(
-        (cell.kind in ("filter", "auto") and cell.kind, cell.inner) for cell in sorted(cells, key=str)
-    ):
-        alike = sorted((c for c in cells if (c.kind in ("filter", "auto") and c.kind, c.inner) == kind), key=str)
+    for kinds, inner in product((("plain", "rising"), ("filter",), ("auto",)), {cell.inner for cell in cells}):
+        alike = sorted((cell for cell in cells if cell.kind in kinds and cell.inner == inner), key=str)
         for some in (alike[i : i + at_once] for i in range(0, len(alike), at_once)):
-            for seed, of_seed in zip(seeds, run(work, seeds, some), strict=True):
-                for cell, outcome in zip(some, of_seed, strict=True):
-                    found[cell][seed] = outcome
+            by_cell = zip(some, *run(work, seeds, some), strict=True)
+            found |= {cell: dict(zip(seeds, outcomes, strict=True)) for cell, *outcomes in by_cell}
     return found

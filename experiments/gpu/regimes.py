@@ -2,10 +2,9 @@
 
     python experiments/gpu/regimes.py --out runs/gpu           at most eight minutes on one GPU
 
-Averaging at inner rates in steps of 2, until its best is interior, then DiLoCo's usual rule, the same with K = 3, and
-the orthogonal filter at half, one and two times that rate: two replicas, one seed, rounds of 16 steps. A first run that
-does not count says how many rounds there is time for. `regimes.csv` has a row a run; printed are each method's gain
-over averaging, both at their best rates, and the cost of doubling averaging's, in perplexity.
+Averaging at rates in steps of 2, until its best is interior, then the others at half, one and two times that rate:
+two replicas, one seed, rounds of 16 steps, as many as a first run says there is time for. `regimes.csv` has a row a
+run; printed are gains over averaging, both at their best rates, and the cost of doubling averaging's, in perplexity.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,24 +26,19 @@ from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.tasks.registry import task_of
 from twophase.training.trainer import Trainer
 
-SECONDS = 440.0
-"""No run begins that would end later."""
+SECONDS = 440.0  # no run begins that would end later
 MOST_RUNS, MOST_ROUNDS, MOST_RATES, MIDDLE = 15, 40, 5, 2e-3
 USUAL = OuterConfig("nesterov", lr=0.7, momentum=0.9)
-METHODS = {
-    "averaging": OuterConfig(),
-    "usual": USUAL,
-    "usual, K = 3": replace(USUAL, restart="3"),
-    "filter": OuterConfig(filter="orthogonal"),
-}
+METHODS = {"averaging": OuterConfig(), "usual": USUAL, "usual, K = 3": replace(USUAL, restart="3")}
+METHODS |= {"filter": OuterConfig(filter="orthogonal")}
 MODEL = ModelConfig(layers=6, hidden_size=512, intermediate_size=1376, heads=8)
 DATA = DataConfig("python-code", "bytes", sequence_length=512, batch_size=16, validation_windows=512)
 
 
 def perplexity(config: TrainConfig, method: str, lr: float, rounds: int) -> float:
     """Train a run of so many rounds; return its perplexity on held-out text, infinite where it diverged."""
-    inner, steps = replace(config.inner, lr=lr), rounds * config.inner_steps
-    config = replace(config, outer=METHODS[method], inner=inner, steps=steps)
+    steps = rounds * config.inner_steps
+    config = replace(config, outer=METHODS[method], inner=replace(config.inner, lr=lr), steps=steps)
     with TemporaryDirectory() as scratch:
         summary = Trainer(task_of(config), config, SingleProcess()).run(Path(scratch), None, discard=True)
     return math.inf if summary["diverged"] else summary["perplexity"]
@@ -58,32 +53,27 @@ def main(words: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     perplexity(config, "usual", MIDDLE, 4)
     now = time.monotonic()
-    rounds = max(1, min(int((SECONDS - (now - begun)) / MOST_RUNS / (now - start) * 4), MOST_ROUNDS))
-    rounds, longest = 2 if options.tiny else rounds, 0.0
-    found, rows = dict[tuple[str, float], float](), list[dict[str, Any]]()
+    affordable = int((SECONDS - (now - begun)) / MOST_RUNS / (now - start) * 4)
+    rounds = max(1, min(affordable, 2 if options.tiny else MOST_ROUNDS))
+    runs = dict[tuple[str, float], dict[str, Any]]()
 
     def run(method: str, lr: float) -> float:
-        nonlocal longest
-        start = time.monotonic()
-        if (method, lr) not in found and start - begun + longest < SECONDS:
-            found[method, lr] = perplexity(config, method, lr, rounds)
-            seconds = time.monotonic() - start
-            longest = max(longest, seconds)
-            about = {"method": method, "inner_lr": lr, "rounds": rounds, "perplexity": found[method, lr]}
-            rows.append(about | {"seconds": seconds})
-        return found.get((method, lr), math.inf)
+        """Return the perplexity of a run, which trains once; infinite where there is no time left."""
+        start, longest = time.monotonic(), max((row["seconds"] for row in runs.values()), default=0.0)
+        if (method, lr) not in runs and start - begun + longest < SECONDS:
+            reached = {"rounds": rounds, "perplexity": perplexity(config, method, lr, rounds)}
+            runs[method, lr] = {"method": method, "inner_lr": lr} | reached | {"seconds": time.monotonic() - start}
+        return runs[method, lr]["perplexity"] if (method, lr) in runs else math.inf
 
-    rates = [MIDDLE / 2, MIDDLE, 2 * MIDDLE]
-    while (best := min(rates, key=lambda lr: run("averaging", lr))) in (rates[0], rates[-1]) and len(
-        rates
-    ) < MOST_RATES:
+    base, rates = partial(run, "averaging"), [MIDDLE / 2, MIDDLE, 2 * MIDDLE]
+    while (best := min(rates, key=base)) in (rates[0], rates[-1]) and len(rates) < MOST_RATES:
         rates = [rates[0] / 2, *rates] if best == rates[0] else [*rates, 2 * rates[-1]]
-    doubled = run("averaging", 2 * best) / run("averaging", best)
+    doubled = base(2 * best) / base(best)
     others = {m: min(run(m, best * factor) for factor in (0.5, 1.0, 2.0)) for m in METHODS if m != "averaging"}
-    save_rows(options, "regimes", rows)
+    save_rows(options, "regimes", [*runs.values()])
     print(f"averaging's best inner rate {best:g}, {'interior' if rates[0] < best < rates[-1] else 'at an end'}")
     print(f"cost of doubling it {doubled:.3f}; gain over averaging, both at their best rates, 0 where none has run:")
-    print(*(f"{method} {run('averaging', best) / other:.3f}" for method, other in others.items()), sep="\n")
+    print(*(f"{method} {base(best) / other:.3f}" for method, other in others.items()), sep="\n")
     return 0
 
 

@@ -6,6 +6,7 @@ python experiments/regimes/answers.py --parts runs/regimes     gathers the parts
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -145,16 +146,10 @@ def draw(table: Frame) -> Mapping[str, Figure]:
     return {"": figure}
 
 
-def gathered(folder: Path) -> Frame:
-    """Return the tables of all parts as one."""
-    return pd.concat([pd.read_csv(path, comment="#") for path in sorted(folder.glob("regimes-*.csv"))])
-
-
 if __name__ == "__main__":
-    if "--parts" in sys.argv:
-        at = sys.argv.index("--parts")
-        parts = Path(sys.argv.pop(at + 1))
-        sys.argv.pop(at)
-        script(__doc__, "regimes", draw, lambda: gathered(parts), report=report)
-    else:
-        script(__doc__, "regimes", draw, report=report)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--parts", type=Path)
+    options, sys.argv[1:] = parser.parse_known_args()
+    parts = sorted(options.parts.glob("regimes-*.csv")) if options.parts else []
+    gather = (lambda: pd.concat([pd.read_csv(path, comment="#") for path in parts])) if options.parts else None
+    script(__doc__, "regimes", draw, gather, report=report)

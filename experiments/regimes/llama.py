@@ -5,7 +5,6 @@ python experiments/regimes/llama.py --out runs/regimes    an hour and a half of 
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -18,11 +17,10 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from common import DILOCO
-from run import Found, Plan, studies  # pyright: ignore[reportAttributeAccessIssue] - the bench has one, too
+from run import NESTEROV, Found, Plan, main  # pyright: ignore[reportAttributeAccessIssue] - the bench has one, too
 from small_tasks import Cell, Outcome, Workload
 from twophase.api import run_config
 from twophase.diloco.group import SingleProcess
-from twophase.rule import OuterRule
 from twophase.runs.config import RunConfig, options_of
 from twophase.sweeps.grid import RUNS, Sweep
 from twophase.sweeps.grid import Cell as Run
@@ -30,16 +28,14 @@ from twophase.sweeps.runner import run_sweep
 from twophase.tasks.registry import LM, task_of
 from twophase.training.trainer import Trainer
 
-START = {"sgd": 0.4, "momentum": 0.04, "adamw": 0.008, "muon": 0.016}
-"""Inner rate in the middle of the first ladder."""
 SGD = {"method": "sgd", "weight_decay": 0.0, "momentum": 0.0}
 INNER = {"sgd": SGD, "momentum": SGD | {"momentum": 0.9}, "muon": {"method": "muon", "momentum": 0.95}}
 """The inner optimizers of `small_tasks`; with AdamW or Muon the weight decay is 0.01."""
 OUTER = {"filter": {"filter": "orthogonal"}, "rising": {"schedule": "linear:2"}, "auto": {"restart": "auto"}}
-NESTEROV = [OuterRule(lr, momentum, nesterov=True) for lr in (0.7, 1.0) for momentum in (0.3, 0.6, 0.9)]
 WORK, PLAN = Workload("llama", 16, 480, 8, 2), Plan(seeds=range(2), held_out=range(100, 105), tuned=(0, 3, 7), more=())
+PLAN = PLAN._replace(start={"sgd": 0.4, "momentum": 0.04, "adamw": 0.008, "muon": 0.016})
 PLAN = PLAN._replace(fine=(1 / 4, 1 / 2, 1.0, 2.0, 4.0), factors=(1 / 4, 1 / 2, 1.0))
-PLAN = PLAN._replace(groups={"usual": [DILOCO], "nesterov": NESTEROV})
+PLAN = PLAN._replace(groups={"usual": [DILOCO], "nesterov": [rule for rule in NESTEROV if rule.lr > 0.5]})
 
 
 def config_of(work: Workload, cell: Cell, seed: int) -> RunConfig:
@@ -85,24 +81,13 @@ def watched(config: RunConfig) -> Outcome:
     return Outcome(summary["validation_loss"], summary["perplexity"], path)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Run the workloads, one after the other."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of table and runs")
-    parser.add_argument("--trial", action="store_true", help="a few steps with AdamW, on other seeds")
-    options = parser.parse_args(words)
-    works, plan = [(inner, WORK) for inner in START], PLAN
-    if options.trial:
-        works = [("adamw", WORK._replace(inner_steps=1, steps=9))]
-        plan = plan._replace(seeds=[900], held_out=[901, 902], fine=(4.0, 8.0), factors=(0.5, 1.0))
-        plan = plan._replace(groups={"usual": [DILOCO]})
-
-    plan = plan._replace(
-        train=partial(train, runs=options.out / "llama-runs"),
-        watch=lambda work, cell: {seed: watched(config_of(work, cell, seed)) for seed in plan.seeds},
+def plan_in(out: Path) -> Plan:
+    """Return the plan whose runs lie in a folder below that of the table."""
+    return PLAN._replace(
+        train=partial(train, runs=out / "llama-runs"),
+        watch=lambda work, seeds, cell: {seed: watched(config_of(work, cell, seed)) for seed in seeds},
     )
-    studies("regimes-llama", works, options.out, START, plan)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, {"llama": [(inner, WORK) for inner in PLAN.start]}, plan_in)
