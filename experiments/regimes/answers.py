@@ -1,14 +1,11 @@
-"""The answers to `registration.md`, and the figure, from the tables of all parts.
+"""The answers to `registration.md` and `registration-3.md`, and the figure, from the tables in `results`.
 
-python experiments/regimes/answers.py                      prints and draws the stored table, results/regimes.csv
-python experiments/regimes/answers.py --parts runs/regimes     gathers the parts into it first
+python experiments/regimes/answers.py     prints them and draws docs/regimes.png
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +14,14 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
-from common import Frame, script, show
-from run import CHOOSING  # pyright: ignore[reportAttributeAccessIssue] - the bench has one, too
+from common import DOCS, Frame, read, show
+from run import CHOOSING, PAYS, PLACE, gathered  # pyright: ignore[reportAttributeAccessIssue] - or the bench's
 from twophase.figures import style
 
-PLACE = ["task", "inner", "inner_steps", "batch", "replicas", "schedule"]
 SIGNALS = ("agreement", "late_agreement", "cosine", "late_cosine", "shrunk", "sigma")
-PAYS, NEAR, NO_HELP = 1.1, 1.1, 1.05
-FAR = 100.0
-"""A cost of doubling beyond this, a divergence too, is drawn here."""
+NEAR, NO_HELP = 1.1, 1.05
+FAR = 100.0  # where larger costs of doubling, and divergence, are drawn
 INNER = {"sgd": "SGD", "momentum": "SGD with momentum", "adamw": "AdamW", "muon": "Muon"}
 TITLE = "The cost of a larger inner rate does not tell where outer momentum pays"
 
@@ -45,39 +39,30 @@ def places(table: Frame) -> Frame:
     return decided.assign(pays=decided["momentum"] > PAYS)
 
 
-def best_split(
-    values: NDArray[np.float64], pays: NDArray[np.bool_], directions: tuple[bool, ...]
-) -> tuple[float, float, bool]:
-    """Return the share that is right, the threshold, and whether above it pays, which are right most often.
-
-    Of several thresholds the middle one; values are compared by their order alone.
-    """
-    order = np.unique(values[np.isfinite(values)])
-    cuts = np.concatenate([[order[0] - 1], (order[1:] + order[:-1]) / 2, [order[-1] + 1]])
-    options = []
-    for above in directions:
-        right = [np.mean(((values > cut) == above) == pays) for cut in cuts]
-        top = np.flatnonzero(np.isclose(right, max(right)))
-        options.append((float(max(right)), float(cuts[top[len(top) // 2]]), above))
-    return max(options, key=lambda option: option[0])
-
-
 def prediction(found: Frame, name: str, values: Frame, directions: tuple[bool, ...] = (True, False)) -> dict[str, Any]:
-    """Choose a threshold, and one of some directions (whether above it pays), on one half; judge it on the other."""
-    half, pays = found["choosing"].to_numpy(), found["pays"].to_numpy()
-    x = values.to_numpy(dtype=float)
-    right, cut, above = best_split(x[half], pays[half], directions)
-    judged = np.mean(((x > cut) == above)[~half] == pays[~half])
-    majority = max(np.mean(pays[~half]), 1 - np.mean(pays[~half]))
-    words = {"by": name, "pays where": f"{'above' if above else 'below'} {cut:.3g}", "right, choosing": right}
-    return words | {"right, judging": judged, "majority": majority, "workloads": int((~half).sum())}
+    """Choose a threshold, and whether momentum is predicted to pay above or below it, on one half; judge on the other.
+
+    It is what is right most often; of several such thresholds the middle one. Values count by their order alone.
+    """
+    half, pays, x = found["choosing"].to_numpy(), found["pays"].to_numpy(), values.to_numpy(dtype=float)
+    order, best = np.unique(x[half & np.isfinite(x)]), dict[str, Any]()
+    cuts = np.concatenate([[order[0] - 1], (order[1:] + order[:-1]) / 2, [order[-1] + 1]])
+    for above in directions:
+        right = ((x > cuts[:, None]) == above) == pays
+        share = right[:, half].mean(1)
+        top = np.flatnonzero(np.isclose(share, share.max()))
+        middle = top[len(top) // 2]
+        if not best or share[middle] > best["right, choosing"]:
+            best = {"by": name, "pays where": f"{'above' if above else 'below'} {cuts[middle]:.3g}"}
+            best |= {"right, choosing": share[middle], "right, judging": right[middle, ~half].mean()}
+    majority = max(pays[~half].mean(), 1 - pays[~half].mean())
+    return best | {"majority": majority, "workloads": int((~half).sum())}
 
 
 def answers(table: Frame) -> dict[str, Frame]:
     """Return the tables that answer the hypotheses, by name."""
     found = places(table)
-    cost = np.log(found["doubled"].clip(lower=1e-6, upper=1e6))
-    h1 = prediction(found, "cost of doubling (log)", cost, (True,))
+    h1 = prediction(found, "log10 of the cost of doubling", np.log10(found["doubled"].clip(lower=1e-6)), (True,))
     h2 = [prediction(found, name, found[name]) for name in SIGNALS]
     best = max(h2, key=lambda row: row["right, choosing"])
     paying, idle = found[found["pays"]], found[~found["pays"]]
@@ -85,19 +70,17 @@ def answers(table: Frame) -> dict[str, Frame]:
     usual = paying["usual, K tuned"] * NEAR >= paying["momentum"]
     others = table.set_index(PLACE).loc[idle.index].query("method not in ('averaging', 'filter')")
     helped = others[(others["gain"] > NO_HELP) & (others["word"] == "better")].index.unique()
-    held = {
-        "H1": h1["right, judging"] >= max(0.85, h1["majority"] + 0.1),
-        "H2": best["right, judging"] >= max(0.8, best["majority"] + 0.1),
-        "H3a": theory.mean() >= 0.8,
-        "H3b": usual.mean() >= 0.8,
-        "H4": 1 - len(helped) / len(idle) >= 0.9,
+    judged = {
+        "H1": (h1["right, judging"], max(0.85, h1["majority"] + 0.1), h1["workloads"]),
+        "H2": (best["right, judging"], max(0.8, best["majority"] + 0.1), best["workloads"]),
+        "H3a": (theory.mean(), 0.8, len(paying)),
+        "H3b": (usual.mean(), 0.8, len(paying)),
+        "H4": (1 - len(helped) / len(idle), 0.9, len(idle)),
     }
-    numbers = [h1["right, judging"], best["right, judging"], theory.mean(), usual.mean(), 1 - len(helped) / len(idle)]
-    counts = [h1["workloads"], best["workloads"], len(paying), len(paying), len(idle)]
-    said = pd.DataFrame({"hypothesis": list(held), "holds": held.values(), "share": numbers, "of": counts})
+    said = pd.DataFrame([(name, *row) for name, row in judged.items()], columns=["hypothesis", "share", "needed", "of"])
     columns = ["doubled", "momentum", "usual", "usual, K tuned", "momentum, K tuned", "momentum, K of the theory"]
     return {
-        "hypotheses": said,
+        "hypotheses": said.assign(holds=said["share"] >= said["needed"]),
         "predictions": pd.DataFrame([h1, *h2]),
         "workloads": found[[*columns, "rising", "auto", "filter", "pays"]].reset_index(),
     }
@@ -107,24 +90,34 @@ def described(table: Frame) -> Frame:
     """Return shares and medians by inner optimizer and replicas: chosen after looking, a description alone."""
     found = places(table).reset_index()
     groups = found.groupby(["inner", "replicas"])
-    columns = {
-        "momentum": "momentum",
-        "with K tuned": "momentum, K tuned",
-        "usual": "usual",
-        "usual, K = 3": "usual, K = 3",
-    }
-    medians = groups[[*columns.values()]].median().set_axis([*columns], axis=1)
+    medians = groups[["momentum", "momentum, K tuned", "usual", "usual, K = 3"]].median()
     return pd.concat([groups["pays"].agg(workloads="count", pays="sum"), medians], axis=1).reset_index()
 
 
-def report(table: Frame) -> None:
-    """Print all answers."""
-    for name, rows in (answers(table) | {"by inner optimizer and replicas": described(table)}).items():
-        print(name)
-        show(rows)
+def follow_up(table: Frame, replicas: Frame, periods: Frame) -> dict[str, Frame]:
+    """Return the tables that answer `registration-3.md`."""
+    tuned = replicas.query("method == 'nesterov' and decided")
+    gains = tuned.pivot(index="task", columns=["replicas", "batch"], values="gain")
+    two, control, eight = (gains[arm] for arm in ((2, 16), (2, 64), (8, 16)))
+    theory = periods.query("method != 'averaging'").sort_values("tuned").groupby(PLACE)[["sigma", "gain"]].first()
+    of_theory = places(table).join(theory.add_prefix("again: "), how="inner")
+    right = of_theory["again: gain"] * NEAR >= of_theory["momentum, K tuned"]
+    counted = {
+        "R1, more with eight": (eight > two).sum(),
+        "R2, above 1.1 with eight": (eight > PAYS).sum(),
+        "R2, above 1.1 with two": (two > PAYS).sum(),
+        "R3, more with eight than in the control": (eight > control).sum(),
+        f"S, near K tuned, of {len(right)}": right.sum(),
+    }
+    columns = ["sigma", "momentum, K of the theory", "again: sigma", "again: gain", "momentum, K tuned"]
+    return {
+        "gains by replicas, batch": gains.reset_index(),
+        "the theory's K, again": of_theory[columns].reset_index(),
+        "registration 3": pd.DataFrame(counted.items(), columns=["hypothesis", "workloads"]),
+    }
 
 
-def draw(table: Frame) -> Mapping[str, Figure]:
+def draw(table: Frame) -> Figure:
     """Draw the gain of momentum over the cost of doubling, a dot a workload, restarts beside it."""
     found = places(table).reset_index()
     figure, grid = style.new_figure(3.4, 1, 2, sharex=True, sharey=True)
@@ -137,19 +130,22 @@ def draw(table: Frame) -> Mapping[str, Figure]:
                 axes.plot(rows["doubled"].clip(upper=FAR), rows[method], label=name if replicas == 8 else None, **look)
         axes.axhline(1, color=style.MUTED, linewidth=0.8, zorder=0)
         axes.set(xscale="log", yscale="log", title=label, xlabel="cost of doubling averaging's inner rate")
-        axes.set_xticks([1, 10, FAR], ["1", "10", "diverges"])
+        axes.set_xticks([1, 10, FAR], ["1", "10", "\N{GREATER-THAN OR EQUAL TO} 100"])
         axes.set_yticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
         axes.minorticks_off()
     grid[0][0].set_ylabel("times better than averaging")
     style.share_legend(figure, [grid[0][0]], columns=4)
     style.headline(figure, TITLE, "a dot a workload; filled: eight replicas, hollow: two")
-    return {"": figure}
+    return figure
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--parts", type=Path)
-    options, sys.argv[1:] = parser.parse_known_args()
-    parts = sorted(options.parts.glob("regimes-*.csv")) if options.parts else []
-    gather = (lambda: pd.concat([pd.read_csv(path, comment="#") for path in parts])) if options.parts else None
-    script(__doc__, "regimes", draw, gather, report=report)
+    found = gathered("regimes")
+    more = {"by inner optimizer and replicas": described(found)}
+    more |= follow_up(found, read("regimes-replicas"), read("regimes-periods"))
+    for name, rows in (answers(found) | more).items():
+        print(name)
+        show(rows)
+    print("undecided:", list(found[~found["decided"]].groupby(PLACE).groups) or "none")
+    with style.styled():
+        style.save(DOCS / "regimes.png", draw(found))

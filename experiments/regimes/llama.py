@@ -81,7 +81,7 @@ def watched(config: RunConfig) -> Outcome:
     return Outcome(summary["validation_loss"], summary["perplexity"], path)
 
 
-def plan_in(out: Path) -> Plan:
+def plan_in(out: Path, *_: object) -> Plan:
     """Return the plan whose runs lie in a folder below that of the table."""
     return PLAN._replace(
         train=partial(train, runs=out / "llama-runs"),
@@ -90,5 +90,4 @@ def plan_in(out: Path) -> Plan:
 
 
 if __name__ == "__main__":
-    tables = {"llama": [(inner, WORK) for inner in PLAN.start]}
-    main(__doc__, tables, plan_in)  # pyright: ignore[reportCallIssue] - not the bench's
+    main(__doc__, {"llama": [(inner, WORK) for inner in PLAN.start]}, plan_in)  # pyright: ignore[reportCallIssue] - not the bench's

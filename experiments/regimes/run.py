@@ -1,6 +1,8 @@
 """Where do outer momentum and restarts pay? Tuned methods against averaging at 62 small workloads (`registration.md`).
 
 python experiments/regimes/run.py --part rings --out runs/regimes    half an hour of one core; a repeat resumes
+
+The parts `replicas` and `periods` are those of `registration-3.md`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from common import AVERAGING, DILOCO, Frame, read, write
+from common import AVERAGING, DILOCO, RESULTS, Frame, read, read_text, write
 from small_tasks import Cell, Outcome, Workload, train
 from twophase import theory
 from twophase.compare.compare import compare
@@ -30,26 +32,29 @@ CHOOSING, JUDGING = ("rings", "spirals", "teacher", "linear"), ("modular", "digi
 """Tasks on which thresholds are chosen, and those on which they are judged."""
 ROUNDS = {4: 80, 16: 40, 64: 20}  # by inner steps a round
 START = {"sgd": 0.1, "momentum": 0.01, "adamw": 0.008, "muon": 0.016}
-PERIODS = (0, 3, 7)
 LONGEST = 40  # rates of a ladder that goes on because its best is at an end
 HEAVY_BALL = [OuterRule(*numbers) for numbers in product((0.3, 0.7, 1.0), (0.3, 0.6, 0.9))]
 NESTEROV = [OuterRule(rule.lr, rule.momentum, nesterov=True) for rule in HEAVY_BALL]
+PLACE = ["task", "inner", "inner_steps", "batch", "replicas", "schedule"]
+PAYS = 1.1  # the gain above which momentum pays
 Found = dict[Cell, dict[int, Outcome]]
 
 
 class Plan(NamedTuple):
-    """What is tried at a workload; the defaults are those of the 62 small ones, `llama.py` has fewer."""
+    """What is tried at a workload; the defaults are those of the 62 small ones, other programs have fewer."""
 
     train: Callable[[Workload, Sequence[int], set[Cell]], Found] = train
-    watch: Callable[..., dict[int, Outcome]] | None = None  # like `train` of one cell, where that notes no path
+    watch: Callable[..., dict[int, Outcome]] | None = None  # trains one cell and notes its path, where `train` does not
     seeds: Sequence[int] = range(3)  # those that choose
     held_out: Sequence[int] = range(100, 115)  # those that judge
-    start: Mapping[str, float] = START  # inner rate in the middle of the first ladder, by inner optimizer
-    fine: Sequence[float] = tuple(2 ** (k / 2) for k in range(-8, 9))  # rates of this ladder, over its middle
+    start: Mapping[str, float] = START  # averaging's inner rate in the middle of its first ladder
+    fine: Sequence[float] = tuple(2 ** (k / 2) for k in range(-8, 9))  # its rates, over this
     factors: Sequence[float] = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)  # rates of the other methods, over averaging's best
     groups: Mapping[str, Sequence[OuterRule]] = {"usual": [DILOCO], "heavy ball": HEAVY_BALL, "nesterov": NESTEROV}
-    tuned: Sequence[int] = (3, 7)  # K tuned is the best of these at all settings
-    more: Sequence[int] = (2, 4, 5, 10, 15)  # and of these at the best settings of each of `PERIODS`
+    periods: Sequence[int] = (0, 3, 7)  # tried at all settings; 0 is no restart
+    tuned: Sequence[int] = (3, 7)  # K tuned is the best of these
+    more: Sequence[int] = (2, 4, 5, 10, 15)  # and of these at the best settings of each of `periods`
+    kinds: Sequence[str] = ("rising", "auto", "filter")
 
 
 def workloads(task: str) -> Iterator[tuple[str, Workload]]:
@@ -103,8 +108,8 @@ def signals(outcomes: dict[int, Outcome]) -> dict[str, float]:
         "cosine": cosine[:, : third - 1].mean(1),
         "late_cosine": cosine[late].mean(1),
         "shrunk": 1 - np.sqrt(square[late].mean(1) / square.max(1)),
-        # g_t+1 = (1 - sigma) g_t + noise, and noise has no part in products of different rounds
-        "sigma": 1 - second[:, 2:third].sum(1) / last[:, 2:third].sum(1),
+        # g_t = (1 - sigma) g_t-1 + noise; both inner products are with g_t-2, in which its noise has no part
+        "sigma": 1 - second[:, 2:third].sum(1) / last[:, 1 : third - 1].sum(1),
     }
     return {str(name): float(value) for name, value in pd.DataFrame(by_seed).median().items()}
 
@@ -115,19 +120,20 @@ def study(inner: str, work: Workload, plan: Plan) -> Frame:
     base, decided = tune(work, [plan.start[inner] * each for each in plan.fine], [Cell(0, inner=inner)], found, plan)
     doubled, rates = base._replace(lr=2 * base.lr), [base.lr * factor for factor in plan.factors]
     measured = signals(plan.watch(work, plan.seeds, base) if plan.watch else found[base])
-    sigma, chosen = min(max(measured["sigma"], 1e-3), 1.0), {"averaging": base}
+    sigma, chosen = min(max(1e-3, measured["sigma"]), 1.0), {"averaging": base}
 
     def tuned(periods: Mapping[OuterRule, int], kind: str = "plain") -> Cell:
         shapes = [Cell(0, rule, period, kind, inner) for rule, period in periods.items()]
         return tune(work, rates, shapes, found, plan)[0]
 
     for name, group in plan.groups.items():
-        best = {period: tuned(dict.fromkeys(group, period)) for period in PERIODS}
+        best = {period: tuned(dict.fromkeys(group, period)) for period in plan.periods}
         chosen |= {f"{name}, K = {period}" if period else name: cell for period, cell in best.items()}
         near = [cell._replace(period=period) for cell in best.values() for period in plan.more]
-        chosen[f"{name}, K tuned"] = best_of(work, [*(best[period] for period in plan.tuned), *near], found, plan)
+        if plan.tuned:
+            chosen[f"{name}, K tuned"] = best_of(work, [*(best[period] for period in plan.tuned), *near], found, plan)
         chosen[f"{name}, K of the theory"] = tuned({rule: int(theory.rounded_period(rule, sigma)) for rule in group})
-    for kind in ("rising", "auto", "filter"):
+    for kind in plan.kinds:
         if kind != "filter" or work.task != "linear":  # a vector of weights has one singular value
             chosen[kind] = tuned({AVERAGING: 0}, kind)
     held_out = plan.train(work, plan.held_out, {*chosen.values(), doubled})
@@ -144,28 +150,64 @@ def study(inner: str, work: Workload, plan: Plan) -> Frame:
     return pd.DataFrame(rows)
 
 
-def main(doc: str | None, tables: Mapping[str, list[tuple[str, Workload]]], plan_in: Callable[[Path], Plan]) -> None:
-    """Study workloads; the table `regimes-PART` gets the rows of each as it ends; those that it has are left out."""
+def gathered(name: str) -> Frame:
+    """Return the tables of all parts of a study, which lie in one folder of `results`."""
+    parts = sorted((RESULTS / name).glob("*.csv"))
+    return pd.concat([read_text(path.read_text(encoding="utf-8")) for path in parts])
+
+
+def place_of(inner: str, work: Workload) -> tuple[Any, ...]:
+    """Return the values of `PLACE` of a workload."""
+    return tuple((work._asdict() | {"inner": inner})[name] for name in PLACE)
+
+
+def main(doc: str | None, tables: Mapping[str, list[tuple[str, Workload]]], plan_of: Callable[..., Plan]) -> None:
+    """Study workloads; the table `regimes-PART` gets the rows of each as it ends; those that it has are left out.
+
+    A plan is of the folder of tables, a part, an inner optimizer and a workload.
+    """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--part", choices=list(tables), action="append", help="a part; several times for several")
     parser.add_argument("--out", type=Path, required=True, help="folder of the tables")
     parser.add_argument("--trial", action="store_true", help="a workload of each part in nine steps, on other seeds")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    plan, short = plan_in(options.out), {"inner_steps": 1, "steps": 9}
-    if options.trial:
-        plan = plan._replace(seeds=[900], held_out=[901, 902], fine=plan.fine[-2:], groups={"usual": [DILOCO]})
-        tables = {part: [(inner, work._replace(**short)) for inner, work in tables[part][-1:]] for part in tables}
     for part in options.part or tables:
-        name = f"regimes-{part}"
+        name = f"{'trial' if options.trial else 'regimes'}-{part}"
         parts = [read(name, options.out)] if (options.out / f"{name}.csv").exists() else []
-        done = {place for rows in parts for place in zip(rows["inner"], rows["batch"], strict=True)}
-        for inner, work in tables[part]:
-            if (inner, work.batch) not in done:
+        done = {place for rows in parts for place in rows[PLACE].itertuples(index=False, name=None)}
+        for inner, work in tables[part][-1 if options.trial else 0 :]:
+            plan = plan_of(options.out, part, inner, work)
+            if options.trial:
+                work = work._replace(inner_steps=1, steps=9)  # noqa: PLW2901 - the same in short
+                plan = plan._replace(seeds=[900], held_out=[901, 902], fine=(2.0, 4.0), groups={"usual": [DILOCO]})
+            if place_of(inner, work) not in done:
                 parts.append(study(inner, work, plan))
                 write(name, pd.concat(parts), options.out)
 
 
+def further() -> tuple[Mapping[str, list[tuple[str, Workload]]], Callable[..., Plan]]:
+    """Return the parts of `registration-3.md`, and the plan of any part."""
+    stored = gathered("regimes")
+    tuned = stored[stored["method"].isin(["heavy ball", "nesterov"])].sort_values("tuned").groupby(PLACE).first()
+    paying, rates = set(tuned.index[tuned["gain"] > PAYS]), stored.groupby(PLACE)["inner_lr"].first()  # averaging's
+    tasks, sizes = (*CHOOSING, "modular", "digits"), ((16, 2), (64, 2), (16, 8))  # batch of a replica, replicas
+    replicas = [("adamw", Workload(task, 64, 1280, *size)) for task in tasks for size in sizes]
+    periods = [pair for task in (*CHOOSING, *JUDGING) for pair in workloads(task) if place_of(*pair) in paying]
+
+    def plan_of(_: Path, part: str, inner: str, work: Workload) -> Plan:
+        if part == "replicas":
+            return Plan(seeds=range(10, 13), held_out=range(200, 215), groups={"nesterov": NESTEROV}, kinds=())
+        if part != "periods":
+            return Plan()
+        start = {inner: rates[place_of(inner, work)]}
+        groups = {"heavy ball": HEAVY_BALL, "nesterov": NESTEROV}
+        return Plan(start=start, fine=(0.5**0.5, 1.0, 2**0.5), groups=groups, periods=(), tuned=(), kinds=())
+
+    return {"replicas": replicas, "periods": periods}, plan_of
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(__doc__, {task: list(workloads(task)) for task in (*CHOOSING, *JUDGING)}, lambda _: Plan())
+    more, plan_of = further()
+    main(__doc__, {task: list(workloads(task)) for task in (*CHOOSING, *JUDGING)} | more, plan_of)
