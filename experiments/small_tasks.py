@@ -54,14 +54,11 @@ class Workload(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of a cell. `path` is that of its pseudo-gradients, (rounds, 4).
-
-    These are: squared norm, inner products with the last and the last but one, agreement of the replicas.
-    """
+    """What a cell reached; `path` has of each pseudo-gradient (rounds, 4) what follows there."""
 
     loss: float  # held out
     excess: float  # beyond the least possible loss, at least 1e-12, which float32 does not tell from 0
-    path: list[list[float]]
+    path: list[list[float]]  # squared norm, inner products with the last and the last but one, agreement of replicas
 
 
 @cache
@@ -257,10 +254,7 @@ def run(work: Workload, seeds: Sequence[int], cells: Sequence[Cell]) -> list[lis
     true, outs = truth(task, inputs, targets), (network(anchor[:, c], task, inputs) for c in range(len(cells)))
     found = torch.stack([torch.stack([losses(out, targets), excess(out, true).clamp(1e-12)], -1) for out in outs], 1)
     reached, paths = found.nan_to_num(math.inf, math.inf).tolist(), torch.stack(path, 2).tolist()
-    return [
-        [Outcome(loss, beyond, of) for (loss, beyond), of in zip(a, b, strict=True)]
-        for a, b in zip(reached, paths, strict=True)
-    ]
+    return [[Outcome(*two, of) for two, of in zip(*pair, strict=True)] for pair in zip(reached, paths, strict=True)]
 
 
 def train(work: Workload, seeds: Sequence[int], cells: set[Cell]) -> dict[Cell, dict[int, Outcome]]:

@@ -32,10 +32,10 @@ def predicted(work: Workload, noise: float) -> Any:
     """Return the expected excess by rate and rule: 32 axes of the inputs, and the bias, which begins right."""
     variance = np.append(10 ** np.linspace(0, -3, 32), 1.0)
     start = np.append(np.full(32, (5 * 1.5 / 32) ** 0.5), 0.0)  # of student and teacher, which is twice as large
-    heard, rates = 2 * noise * np.sqrt(variance / work.batch), np.array(RATES)[:, None]
+    sd, rates = 2 * noise * np.sqrt(variance / work.batch), np.array(RATES)[:, None]
     shares = [small_tasks.rate(work.schedule, step / work.steps) for step in range(work.steps)]
     sizes = {"inner_steps": work.inner_steps, "rounds": work.steps // work.inner_steps, "replicas": work.replicas}
-    return theory.expected_loss(RULES, 2 * variance, rates, noise=heard, initial=start, schedule=shares, **sizes)
+    return theory.expected_loss(RULES, 2 * variance, rates, noise=sd, initial=start, schedule=shares, **sizes)
 
 
 def gains(work: Workload, noise: float) -> dict[str, float]:

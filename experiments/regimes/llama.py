@@ -32,9 +32,9 @@ SGD = {"method": "sgd", "weight_decay": 0.0, "momentum": 0.0}
 INNER = {"sgd": SGD, "momentum": SGD | {"momentum": 0.9}, "muon": {"method": "muon", "momentum": 0.95}}
 """The inner optimizers of `small_tasks`; with AdamW or Muon the weight decay is 0.01."""
 OUTER = {"filter": {"filter": "orthogonal"}, "rising": {"schedule": "linear:2"}, "auto": {"restart": "auto"}}
-WORK, PLAN = Workload("llama", 16, 480, 8, 2), Plan(seeds=range(2), held_out=range(100, 105), tuned=(0, 3, 7), more=())
-PLAN = PLAN._replace(start={"sgd": 0.4, "momentum": 0.04, "adamw": 0.008, "muon": 0.016})
-PLAN = PLAN._replace(fine=(1 / 4, 1 / 2, 1.0, 2.0, 4.0), factors=(1 / 4, 1 / 2, 1.0))
+WORK, START = Workload("llama", 16, 480, 8, 2), {"sgd": 0.4, "momentum": 0.04, "adamw": 0.008, "muon": 0.016}
+PLAN = Plan(seeds=range(2), held_out=range(100, 105), start=START, fine=(1 / 4, 1 / 2, 1.0, 2.0, 4.0))
+PLAN = PLAN._replace(factors=(1 / 4, 1 / 2, 1.0), tuned=(0, 3, 7), more=())
 PLAN = PLAN._replace(groups={"usual": [DILOCO], "nesterov": [rule for rule in NESTEROV if rule.lr > 0.5]})
 
 

@@ -162,10 +162,7 @@ def place_of(inner: str, work: Workload) -> tuple[Any, ...]:
 
 
 def main(doc: str | None, tables: Mapping[str, list[tuple[str, Workload]]], plan_of: Callable[..., Plan]) -> None:
-    """Study workloads; the table `regimes-PART` gets the rows of each as it ends; those that it has are left out.
-
-    A plan is of the folder of tables, a part, an inner optimizer and a workload.
-    """
+    """Study the workloads of parts by plans of (out, part, inner, work); `regimes-PART` gets the rows of each."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--part", choices=list(tables), action="append", help="a part; several times for several")
     parser.add_argument("--out", type=Path, required=True, help="folder of the tables")
