@@ -21,7 +21,7 @@ from twophase.figures import style
 
 SIGNALS = ("agreement", "late_agreement", "cosine", "late_cosine", "shrunk", "sigma")
 NEAR, NO_HELP = 1.1, 1.05
-FAR = 100.0  # where larger costs of doubling, and divergence, are drawn
+FAR, LOW = 10.0, 0.25  # where larger costs of doubling, and divergence, are drawn, and smaller gains
 INNER = {"sgd": "SGD", "momentum": "SGD with momentum", "adamw": "AdamW", "muon": "Muon"}
 TITLE = "The cost of a larger inner rate does not tell where outer momentum pays"
 
@@ -118,24 +118,26 @@ def follow_up(table: Frame, replicas: Frame, periods: Frame) -> dict[str, Frame]
 
 
 def draw(table: Frame) -> Figure:
-    """Draw the gain of momentum over the cost of doubling, a dot a workload, restarts beside it."""
+    """Draw the gain of momentum over the cost of doubling, a dot a workload, and that of restarts beside it."""
     found = places(table).reset_index()
-    figure, grid = style.new_figure(3.4, 1, 2, sharex=True, sharey=True)
-    methods = {"momentum": "tuned momentum", "usual, K tuned": "DiLoCo's rule, restarted (K tuned)"}
-    for axes, (method, label) in zip(grid[0], methods.items(), strict=True):
+    figure, grid = style.new_figure(3.6, 1, 2, sharex=True, sharey=True)
+    for axes, (replicas, of_these) in zip(grid[0], found.groupby("replicas"), strict=True):
         for number, (inner, name) in enumerate(INNER.items()):
-            for replicas, fill in ((2, "none"), (8, "full")):
-                rows = found[(found["inner"] == inner) & (found["replicas"] == replicas)]
-                look = style.look(number, every=1) | {"linestyle": "none", "fillstyle": fill, "markersize": 4}
-                axes.plot(rows["doubled"].clip(upper=FAR), rows[method], label=name if replicas == 8 else None, **look)
+            rows = of_these[of_these["inner"] == inner]
+            look = style.look(number, every=1) | {"linestyle": "none"}
+            for method, filled, size in (("usual, K tuned", "none", 3), ("momentum", "full", 4.5)):
+                x, y = rows["doubled"].clip(upper=FAR), rows[method].clip(lower=LOW)
+                axes.plot(x, y, label=name if filled == "full" else None, fillstyle=filled, markersize=size, **look)
         axes.axhline(1, color=style.MUTED, linewidth=0.8, zorder=0)
-        axes.set(xscale="log", yscale="log", title=label, xlabel="cost of doubling averaging's inner rate")
-        axes.set_xticks([1, 10, FAR], ["1", "10", "\N{GREATER-THAN OR EQUAL TO} 100"])
-        axes.set_yticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
+        axes.set(
+            xscale="log", yscale="log", title=f"{replicas} replicas", xlabel="cost of doubling averaging's inner rate"
+        )
+        axes.set_xticks([1, 2, 4, FAR], ["1", "2", "4", "\N{GREATER-THAN OR EQUAL TO} 10"])
+        axes.set_yticks([LOW, 0.5, 1, 2, 4], ["\N{LESS-THAN OR EQUAL TO} 0.25", "0.5", "1", "2", "4"])
         axes.minorticks_off()
     grid[0][0].set_ylabel("times better than averaging")
     style.share_legend(figure, [grid[0][0]], columns=4)
-    style.headline(figure, TITLE, "a dot a workload; filled: eight replicas, hollow: two")
+    style.headline(figure, TITLE, "large: a tuned momentum; small and hollow: DiLoCo's rule with restarts, K tuned")
     return figure
 
 

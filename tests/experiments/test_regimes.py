@@ -54,3 +54,27 @@ def test_answers(monkeypatch: pytest.MonkeyPatch, flipped: bool) -> None:
     assert said["of"].to_dict() == {"H1": 10, "H2": 10} | dict.fromkeys(("H3a", "H3b"), 10 if flipped else 8) | {
         "H4": 10 if flipped else 12
     }
+
+
+def test_follow_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workloads are counted by name, one that is undecided against; the theory's K is that of the better rule."""
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.delitem(sys.modules, "run", raising=False)
+    answers = load(ROOT / "answers.py")
+    monkeypatch.delitem(sys.modules, "run")
+    of_first = table(answers, flipped=False)
+    gains = {"rings": (1.0, 1.0, 1.3), "linear": (1.2, 1.4, 1.3), "modular": (1.0, 1.0, 1.2)}
+    replicas = [
+        {"task": task, "method": "nesterov", "gain": gain, "decided": task != "modular"}
+        | dict(zip(("replicas", "batch"), arm, strict=True))
+        for task, of_task in gains.items()
+        for arm, gain in zip(((2, 16), (2, 64), (8, 16)), of_task, strict=True)
+    ]
+    paying = of_first[(of_first["method"] == "heavy ball") & (of_first["gain"] > 1)][answers.PLACE]
+    periods = [
+        paying.assign(method=f"{rule}, K of the theory", sigma=0.3, gain=gain, tuned=1 / gain)
+        for rule, gain in (("heavy ball", 1.9), ("nesterov", 1.5))
+    ]
+    found = answers.follow_up(of_first, pd.DataFrame(replicas), pd.concat(periods))["registration 3"]
+    assert found["workloads"].tolist() == [2, 2, 1, 1, 8]
+    assert found["hypothesis"].iloc[-1].endswith("of 8")
