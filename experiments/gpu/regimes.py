@@ -31,9 +31,7 @@ MOST_RUNS, MOST_ROUNDS, MOST_RATES, MIDDLE = 15, 40, 5, 2e-3
 USUAL = OuterConfig("nesterov", lr=0.7, momentum=0.9)
 METHODS = {"averaging": OuterConfig(), "usual": USUAL, "usual, K = 3": replace(USUAL, restart="3")}
 METHODS |= {"filter": OuterConfig(filter="orthogonal")}
-FACTORS = dict.fromkeys(("usual", "usual, K = 3"), (0.25, 0.5, 1.0)) | {
-    "filter": (0.5, 1.0, 2.0)
-}  # of averaging's rate
+FACTORS = dict.fromkeys(("usual", "usual, K = 3"), (0.25, 0.5, 1.0)) | {"filter": (0.5, 1.0, 2.0)}
 MODEL = ModelConfig(layers=6, hidden_size=512, intermediate_size=1376, heads=8)
 DATA = DataConfig("python-code", "bytes", sequence_length=512, batch_size=16, validation_windows=512)
 
