@@ -82,16 +82,18 @@ def answers(table: Frame) -> dict[str, Frame]:
     return {
         "hypotheses": said.assign(holds=said["share"] >= said["needed"]),
         "predictions": pd.DataFrame([h1, *h2]),
-        "workloads": found[[*columns, "rising", "auto", "filter", "pays"]].reset_index(),
+        "workloads": found[[*columns, "rising", "auto", "filter", "pays"]].clip(upper=1e6).reset_index(),
     }
 
 
 def described(table: Frame) -> Frame:
-    """Return shares and medians by inner optimizer and replicas: chosen after looking, a description alone."""
+    """Return how often momentum pays, and medians, by what was seen to matter: a description, chosen after looking."""
     found = places(table).reset_index()
-    groups = found.groupby(["inner", "replicas"])
-    medians = groups[["momentum", "momentum, K tuned", "usual", "usual, K = 3"]].median()
-    return pd.concat([groups["pays"].agg(workloads="count", pays="sum"), medians], axis=1).reset_index()
+    found["K adds"] = found["momentum, K tuned"] > NEAR * found["momentum"]
+    found["K costs"] = found["momentum"] > NEAR * found["momentum, K tuned"]
+    groups = found.assign(plain_sgd=found["inner"] == "sgd").groupby(["plain_sgd", "replicas", "inner_steps"])
+    counts, medians = ["pays", "K adds", "K costs"], ["momentum", "momentum, K tuned", "usual", "usual, K = 3"]
+    return pd.concat([groups.size().rename("workloads"), groups[counts].sum(), groups[medians].median()], axis=1)
 
 
 def follow_up(table: Frame, replicas: Frame, periods: Frame) -> dict[str, Frame]:
@@ -143,7 +145,7 @@ def draw(table: Frame) -> Figure:
 
 if __name__ == "__main__":
     found = gathered("regimes")
-    more = {"by inner optimizer and replicas": described(found)}
+    more = {"by inner optimizer, replicas and inner steps": described(found).reset_index()}
     more |= follow_up(found, read("regimes-replicas"), read("regimes-periods"))
     for name, rows in (answers(found) | more).items():
         print(name)
