@@ -137,6 +137,7 @@ blockwise/blockwise.py
 compressed.py
 kinds.py
 linear_network.py
+regimes/answers.py
 endef
 export FIGURES
 

@@ -254,7 +254,10 @@ def run(work: Workload, seeds: Sequence[int], cells: Sequence[Cell]) -> list[lis
     true, outs = truth(task, inputs, targets), (network(anchor[:, c], task, inputs) for c in range(len(cells)))
     found = torch.stack([torch.stack([losses(out, targets), excess(out, true).clamp(1e-12)], -1) for out in outs], 1)
     reached, paths = found.nan_to_num(math.inf, math.inf).tolist(), torch.stack(path, 2).tolist()
-    return [[Outcome(*two, of) for two, of in zip(*pair, strict=True)] for pair in zip(reached, paths, strict=True)]
+    return [
+        [Outcome(loss, beyond, of) for (loss, beyond), of in zip(a, b, strict=True)]
+        for a, b in zip(reached, paths, strict=True)
+    ]
 
 
 def train(work: Workload, seeds: Sequence[int], cells: set[Cell]) -> dict[Cell, dict[int, Outcome]]:

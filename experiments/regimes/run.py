@@ -183,7 +183,7 @@ def main(doc: str | None, tables: Mapping[str, list[tuple[str, Workload]]], plan
                 write(name, pd.concat(parts), options.out)
 
 
-def further() -> tuple[Mapping[str, list[tuple[str, Workload]]], Callable[..., Plan]]:
+def further() -> tuple[dict[str, list[tuple[str, Workload]]], Callable[..., Plan]]:
     """Return the parts of `registration-3.md`, and the plan of any part."""
     stored = gathered("regimes")
     tuned = stored[stored["method"].isin(["heavy ball", "nesterov"])].sort_values("tuned").groupby(PLACE).first()

@@ -62,7 +62,7 @@ def test_follow_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "run", raising=False)
     answers = load(ROOT / "answers.py")
     monkeypatch.delitem(sys.modules, "run")
-    of_first = table(answers, flipped=False)
+    of_first: Any = table(answers, flipped=False)
     gains = {"rings": (1.0, 1.0, 1.3), "linear": (1.2, 1.4, 1.3), "modular": (1.0, 1.0, 1.2)}
     replicas = [
         {"task": task, "method": "nesterov", "gain": gain, "decided": task != "modular"}
