@@ -111,10 +111,9 @@ def follow_up(table: Frame, replicas: Frame, periods: Frame) -> dict[str, Frame]
         "R3, more with eight than in the control": (eight > control).sum(),
         f"S, near K tuned, of {len(right)}": right.sum(),
     }
-    columns = ["sigma", "momentum, K of the theory", "again: sigma", "again: gain", "momentum, K tuned"]
     return {
         "gains by replicas, batch": gains.reset_index(),
-        "the theory's K, again": of_theory[columns].reset_index(),
+        "the theory's K, again": of_theory[["again: sigma", "again: gain", "momentum, K tuned"]].reset_index(),
         "registration 3": pd.DataFrame(counted.items(), columns=["hypothesis", "workloads"]),
     }
 

@@ -1,8 +1,7 @@
 """Where do outer momentum and restarts pay? Tuned methods against averaging at 62 small workloads (`registration.md`).
 
 python experiments/regimes/run.py --part rings --out runs/regimes    half an hour of one core; a repeat resumes
-
-The parts `replicas` and `periods` are those of `registration-3.md`.
+(replicas and periods are the parts of `registration-3.md`)
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ LONGEST = 40  # rates of a ladder that goes on because its best is at an end
 HEAVY_BALL = [OuterRule(*numbers) for numbers in product((0.3, 0.7, 1.0), (0.3, 0.6, 0.9))]
 NESTEROV = [OuterRule(rule.lr, rule.momentum, nesterov=True) for rule in HEAVY_BALL]
 PLACE = ["task", "inner", "inner_steps", "batch", "replicas", "schedule"]
+NAMES = ["inner", *Workload._fields]
 PAYS = 1.1  # the gain above which momentum pays
 Found = dict[Cell, dict[int, Outcome]]
 
@@ -156,11 +156,6 @@ def gathered(name: str) -> Frame:
     return pd.concat([read_text(path.read_text(encoding="utf-8")) for path in parts])
 
 
-def place_of(inner: str, work: Workload) -> tuple[Any, ...]:
-    """Return the values of `PLACE` of a workload."""
-    return tuple((work._asdict() | {"inner": inner})[name] for name in PLACE)
-
-
 def main(doc: str | None, tables: Mapping[str, list[tuple[str, Workload]]], plan_of: Callable[..., Plan]) -> None:
     """Study the workloads of parts by plans of (out, part, inner, work); `regimes-PART` gets the rows of each."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
@@ -172,13 +167,13 @@ def main(doc: str | None, tables: Mapping[str, list[tuple[str, Workload]]], plan
     for part in options.part or tables:
         name = f"{'trial' if options.trial else 'regimes'}-{part}"
         parts = [read(name, options.out)] if (options.out / f"{name}.csv").exists() else []
-        done = {place for rows in parts for place in rows[PLACE].itertuples(index=False, name=None)}
+        done = {place for rows in parts for place in rows[NAMES].itertuples(index=False, name=None)}
         for inner, work in tables[part][-1 if options.trial else 0 :]:
             plan = plan_of(options.out, part, inner, work)
             if options.trial:
                 work = work._replace(inner_steps=1, steps=9)  # noqa: PLW2901 - the same in short
                 plan = plan._replace(seeds=[900], held_out=[901, 902], fine=(2.0, 4.0), groups={"usual": [DILOCO]})
-            if place_of(inner, work) not in done:
+            if (inner, *work) not in done:
                 parts.append(study(inner, work, plan))
                 write(name, pd.concat(parts), options.out)
 
@@ -186,20 +181,19 @@ def main(doc: str | None, tables: Mapping[str, list[tuple[str, Workload]]], plan
 def further() -> tuple[dict[str, list[tuple[str, Workload]]], Callable[..., Plan]]:
     """Return the parts of `registration-3.md`, and the plan of any part."""
     stored = gathered("regimes")
-    tuned = stored[stored["method"].isin(["heavy ball", "nesterov"])].sort_values("tuned").groupby(PLACE).first()
-    paying, rates = set(tuned.index[tuned["gain"] > PAYS]), stored.groupby(PLACE)["inner_lr"].first()  # averaging's
+    tuned = stored[stored["method"].isin(["heavy ball", "nesterov"])].sort_values("tuned").groupby(NAMES).first()
+    paying, rates = set(tuned.index[tuned["gain"] > PAYS]), stored.groupby(NAMES)["inner_lr"].first()  # averaging's
     tasks, sizes = (*CHOOSING, "modular", "digits"), ((16, 2), (64, 2), (16, 8))  # batch of a replica, replicas
     replicas = [("adamw", Workload(task, 64, 1280, *size)) for task in tasks for size in sizes]
-    periods = [pair for task in (*CHOOSING, *JUDGING) for pair in workloads(task) if place_of(*pair) in paying]
+    by_part = {"replicas": Plan(seeds=range(10, 13), held_out=range(200, 215), groups={"nesterov": NESTEROV}, kinds=())}
+    groups = {"heavy ball": HEAVY_BALL, "nesterov": NESTEROV}
+    about = Plan(fine=(0.5**0.5, 1.0, 2**0.5), groups=groups, periods=(), tuned=(), kinds=())
+    periods = [pair for task in (*CHOOSING, *JUDGING) for pair in workloads(task) if (pair[0], *pair[1]) in paying]
 
     def plan_of(_: Path, part: str, inner: str, work: Workload) -> Plan:
-        if part == "replicas":
-            return Plan(seeds=range(10, 13), held_out=range(200, 215), groups={"nesterov": NESTEROV}, kinds=())
-        if part != "periods":
-            return Plan()
-        start = {inner: rates[place_of(inner, work)]}
-        groups = {"heavy ball": HEAVY_BALL, "nesterov": NESTEROV}
-        return Plan(start=start, fine=(0.5**0.5, 1.0, 2**0.5), groups=groups, periods=(), tuned=(), kinds=())
+        if part == "periods":
+            return about._replace(start={inner: rates[(inner, *work)]})
+        return by_part.get(part, Plan())
 
     return {"replicas": replicas, "periods": periods}, plan_of
 
