@@ -93,11 +93,8 @@ def modules_shown() -> dict[str, list[str] | None]:
     """The modules that the pages of the reference name, with the members that are chosen, if any are."""
     members_by_module = {}
     for path in (DOCS / "api").glob("*.md"):
-        for module, members in re.findall(
-            r"^::: (\S+)\n    options: \{[^}\n]*?(?:members: \[([^\]]*)\])?\}",
-            path.read_text(encoding="utf-8"),
-            re.MULTILINE,
-        ):
+        entry = r"^::: (\S+)(?:\n    options: \{members: \[([^\]]*)\]\})?"
+        for module, members in re.findall(entry, path.read_text(encoding="utf-8"), re.MULTILINE):
             members_by_module[module] = members.split(", ") if members else None
     return members_by_module
 

@@ -130,9 +130,7 @@ def draw(table: Frame) -> Figure:
                 x, y = rows["doubled"].clip(upper=FAR), rows[method].clip(lower=LOW)
                 axes.plot(x, y, label=name if filled == "full" else None, fillstyle=filled, markersize=size, **look)
         axes.axhline(1, color=style.MUTED, linewidth=0.8, zorder=0)
-        axes.set(
-            xscale="log", yscale="log", title=f"{replicas} replicas", xlabel="cost of doubling averaging's inner rate"
-        )
+        axes.set(xscale="log", yscale="log", title=f"{replicas} replicas", xlabel="cost of doubling averaging's rate")
         axes.set_xticks([1, 2, 4, FAR], ["1", "2", "4", "\N{GREATER-THAN OR EQUAL TO} 10"])
         axes.set_yticks([LOW, 0.5, 1, 2, 4], ["\N{LESS-THAN OR EQUAL TO} 0.25", "0.5", "1", "2", "4"])
         axes.minorticks_off()

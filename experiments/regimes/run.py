@@ -34,8 +34,7 @@ START = {"sgd": 0.1, "momentum": 0.01, "adamw": 0.008, "muon": 0.016}
 LONGEST = 40  # rates of a ladder that goes on because its best is at an end
 HEAVY_BALL = [OuterRule(*numbers) for numbers in product((0.3, 0.7, 1.0), (0.3, 0.6, 0.9))]
 NESTEROV = [OuterRule(rule.lr, rule.momentum, nesterov=True) for rule in HEAVY_BALL]
-PLACE = ["task", "inner", "inner_steps", "batch", "replicas", "schedule"]
-NAMES = ["inner", *Workload._fields]
+PLACE = ["inner", *Workload._fields]  # what tells workloads apart
 PAYS = 1.1  # the gain above which momentum pays
 Found = dict[Cell, dict[int, Outcome]]
 
@@ -167,7 +166,7 @@ def main(doc: str | None, tables: Mapping[str, list[tuple[str, Workload]]], plan
     for part in options.part or tables:
         name = f"{'trial' if options.trial else 'regimes'}-{part}"
         parts = [read(name, options.out)] if (options.out / f"{name}.csv").exists() else []
-        done = {place for rows in parts for place in rows[NAMES].itertuples(index=False, name=None)}
+        done = {place for rows in parts for place in rows[PLACE].itertuples(index=False, name=None)}
         for inner, work in tables[part][-1 if options.trial else 0 :]:
             plan = plan_of(options.out, part, inner, work)
             if options.trial:
@@ -181,8 +180,8 @@ def main(doc: str | None, tables: Mapping[str, list[tuple[str, Workload]]], plan
 def further() -> tuple[dict[str, list[tuple[str, Workload]]], Callable[..., Plan]]:
     """Return the parts of `registration-3.md`, and the plan of any part."""
     stored = gathered("regimes")
-    tuned = stored[stored["method"].isin(["heavy ball", "nesterov"])].sort_values("tuned").groupby(NAMES).first()
-    paying, rates = set(tuned.index[tuned["gain"] > PAYS]), stored.groupby(NAMES)["inner_lr"].first()  # averaging's
+    tuned = stored[stored["method"].isin(["heavy ball", "nesterov"])].sort_values("tuned").groupby(PLACE).first()
+    paying, rates = set(tuned.index[tuned["gain"] > PAYS]), stored.groupby(PLACE)["inner_lr"].first()  # averaging's
     tasks, sizes = (*CHOOSING, "modular", "digits"), ((16, 2), (64, 2), (16, 8))  # batch of a replica, replicas
     replicas = [("adamw", Workload(task, 64, 1280, *size)) for task in tasks for size in sizes]
     by_part = {"replicas": Plan(seeds=range(10, 13), held_out=range(200, 215), groups={"nesterov": NESTEROV}, kinds=())}
